@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm_python import python
 
 HOME = Path(__file__).parent
 
@@ -25,11 +26,11 @@ class Extension:
 
     def python(self, code: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run `python -c code arguments...` where the package is installed; with `check` it must exit with 0."""
-        return self._run([sys.executable, "-c", code, *map(str, arguments)], check)
+        return self._run([python(), "-c", code, *map(str, arguments)], check)
 
     def compress(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the command line likewise."""
-        return self._run([sys.executable, "-m", "compress", *map(str, arguments)], check)
+        return self._run([python(), "-m", "compress", *map(str, arguments)], check)
 
     def _run(self, command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         seen = [str(self.path), str(HOME.parents[1]), os.environ.get("PYTHONPATH", "")]

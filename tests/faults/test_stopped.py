@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 from runs import contents, make_request
+from warm_python import python
 
 import compress
 from compress.evaluate import speed
@@ -44,7 +45,7 @@ DIE = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 def start(*arguments: str) -> subprocess.Popen[str]:
     """A process that Ctrl-C stops, also where this one ignores it (under nohup, in a background job), which children inherit."""
     return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [python(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 

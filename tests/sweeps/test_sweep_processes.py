@@ -15,6 +15,7 @@ import pytest
 import yaml
 from random_models import UNLIMITED
 from sweep_runs import BITS, Here
+from warm_python import python
 
 from compress.sweeps.executors import launcher_variables, processes
 from compress.sweeps.executors.processes import ProcessExecutor
@@ -120,7 +121,9 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
+def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
+
     class Killing(ProcessExecutor):
         def start(self, number, job):
             super().start(number, job)
@@ -178,6 +181,7 @@ def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch)
             until(environment, "the environment of the process")
             told.update(environment())
 
+    monkeypatch.setattr(sys, "executable", python())
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("WORLD_SIZE", "1")

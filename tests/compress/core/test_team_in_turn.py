@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import launched
 
 from compress.core.processes import _chain
 
@@ -69,11 +67,7 @@ def both(tmp_path: Path, what: str) -> tuple[str, str]:
     """How the main process and the other one ended; they have a minute."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
-    done = subprocess.run(
-        [*command, str(program), str(tmp_path), what], env=environment, capture_output=True, text=True, timeout=90
-    )
+    done = launched(2, program, tmp_path, what, timeout=90)
     assert done.returncode == 0, done.stderr[-3000:]
     main, other = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     return main, other

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from warm_python import python
 
 from compress.cli import main
 
@@ -163,10 +163,10 @@ def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path):
     file, output = tmp_path / "recipe.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(recipe(make_checkpoint(), W4)))
     command = ["apply", str(file), "--output", str(output), "--quiet", "--json"]
-    first = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True)
+    first = subprocess.run([python(), "-c", FULL, *command], capture_output=True, text=True)
     assert first.returncode == 1
     assert "disk is full" in json.loads(first.stdout)["error"]
     assert not (output / "compress.json").exists()
-    again = subprocess.run([sys.executable, "-m", "compress.cli", *command, "--resume"], capture_output=True, text=True)
+    again = subprocess.run([python(), "-m", "compress.cli", *command, "--resume"], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert (output / "compress.json").is_file()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 import yaml
 from random_models import UNLIMITED
+from warm_python import launched
 
 import compress
 from compress.core.processes import Team
@@ -31,7 +29,7 @@ STATIC = {"scheme": "W8A8-INT8", "activation_mode": "static"}
 TOLERANCE = 2e-2
 
 PROGRAM = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from pathlib import Path
 torch.set_num_threads(1)
 import compress
@@ -75,6 +73,8 @@ except BaseException as error:
 if "own" in what:
     text = f"{sorted(set(numbers))}"
 output.with_name(f"{output.name}-{rank}.txt").write_text(text)
+while "limit" in what and not output.with_name(f"{output.name}-{1 - rank}.txt").is_file():
+    time.sleep(0.01)  # the launcher would end the other before it has told
 if "layer" in what:
     os._exit(0)  # no launcher ends the others
 end_process(int(made is None))  # as `python -m compress`
@@ -86,13 +86,10 @@ def together(tmp_path: Path) -> Any:
     """`together(request, what, processes)` runs a recipe in several processes, and returns (exit code, what each says at its end)."""
     (tmp_path / "program.py").write_text(PROGRAM)
 
-    def run(request: dict[str, Any], what: str = "", processes: int = 2, name: str = "both") -> tuple[int, list[str]]:
+    def run(request: dict[str, Any], what: str = "", processes: int = 2, name: str = "both", warm: bool = True) -> Any:
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
-        arguments = [str(tmp_path / "program.py"), str(tmp_path / "recipe.yaml"), str(tmp_path / name), what]
-        here = str(Path(__file__).resolve().parents[3])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=200)
+        arguments = [tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path / name, what]
+        done = launched(processes, *arguments, warm=warm)
         files = [tmp_path / f"{name}-{rank}.txt" for rank in range(processes)]
         said = [file.read_text() if file.is_file() else "" for file in files]
         for file in files:
@@ -127,7 +124,7 @@ def test_two_processes_write_what_one_writes(make_checkpoint: Any, recipe: Any, 
     """Methods without data: byte for byte, the manifest too."""
     request = recipe(make_checkpoint(), RTN)
     one = alone(request)
-    code, said = together(request)
+    code, said = together(request, warm=False)
     assert (code, said) == (0, ["done", "done"])
     both = one.with_name("both")
     assert shards(both) == shards(one)
@@ -154,7 +151,7 @@ def test_a_budget_is_spent_by_the_main_process_for_all(
 def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     make_checkpoint: Any, recipe: Any, together: Any
 ) -> None:
-    code, said = together(recipe(make_checkpoint(), RTN), "heavy")
+    code, said = together(recipe(make_checkpoint(), RTN), "heavy", warm=False)
     assert code == 0
     assert "one of the processes took 1." in said[0]
     assert "more than the 1.10 GB of max_memory; True" in said[0]
@@ -240,7 +237,7 @@ def test_all_hear_that_a_limit_is_exceeded(make_checkpoint: Any, recipe: Any, to
     """The artifact is complete: the main process says that the recipe does not accept it, the others have nothing to say."""
     request = recipe(make_checkpoint(), GPTQ)
     request["evaluate"] = {"data": request["calibration"]["data"], "samples": 4, "sequence_length": 32, "max_kl": 1e-9}
-    _, said = together(request)
+    _, said = together(request, "limit")
     assert said[0].startswith("LimitError: max_kl is ")
     assert said[1] == "done"
     assert (tmp_path / "both" / "compress.json").is_file()

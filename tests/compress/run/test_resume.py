@@ -7,13 +7,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import yaml
 from random_models import UNLIMITED
 from runs import same_bytes
+from warm_python import python
 
 import compress
 from runtime.errors import RequestError
@@ -47,9 +47,7 @@ def job(make_checkpoint, recipe, tmp_path):
 
 
 def start(job, output):
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(job), str(output)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([python(), "-c", PROGRAM, str(job), str(output)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from draft_stages import RTN, draft, files
+from warm_python import launched
 
 import compress
 import runtime
@@ -162,10 +160,7 @@ def test_two_processes_make_the_draft_of_one(plain, recipe, tmp_path):
     stage = draft(data="teacher", quantize="none", vocabulary=100, teacher_top=4)
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, stage)))
     alone = compress.apply(file, output=tmp_path / "alone", device="cpu", quiet=True).manifest["draft"]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "compress.cli"]
-    command = [sys.executable, "-m", *launcher, "draft", str(plain), str(file), "--device", "cpu", "--quiet", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(compress.__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = launched(2, "-m", "compress.cli", "draft", plain, file, "--device", "cpu", "--quiet", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     made = json.loads(done.stdout)["draft"]
     Artifact(plain).verify()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from warm_python import launched
 
 import compress
 from compress.distill.train import loop
@@ -121,10 +119,7 @@ def test_an_error_in_a_process_ends_the_recovery_in_both(
     stages = {"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": RECOVER}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(make_checkpoint(), *stages)))
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
-    arguments = [str(tmp_path / name) for name in ("program.py", "recipe.yaml")] + [str(tmp_path), what]
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=150)
+    done = launched(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path, what)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ends
     assert not (tmp_path / "out" / "compress.json").exists()

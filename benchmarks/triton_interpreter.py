@@ -112,6 +112,26 @@ def repair() -> None:
             patch_language(function)
         return interpreter._LangPatchScope()  # of no changes, as these stay
 
+    # Types of blocks are made anew for every operation, most of them for the same few shapes, and NumPy's looked up.
+    known: dict[Any, dict[str, Any]] = {}
+    types: dict[str, Any] = {}
+    describe, numpy_type = tl.block_type.__init__, interpreter._get_np_dtype
+
+    def looked_up(dtype: Any) -> Any:
+        if dtype.name not in types:
+            types[dtype.name] = numpy_type(dtype)
+        return types[dtype.name]
+
+    def described(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (type(element_ty), element_ty.name, *tl.core._unwrap_shape(shape))
+        if key not in known:
+            describe(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    tl.block_type.__init__, interpreter._get_np_dtype = described, looked_up
+    # Sums of integers are computed again in 64 bits, for an assertion that only kernels in debug mode hold.
+    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
     interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patch_once
     builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True

@@ -125,8 +125,9 @@ def serve(address: str, ends: int) -> None:
                 _tell(client, pid)
             else:
                 signal.set_wakeup_fd(-1)
-                for file in (listening, woken, wakes, client, waiting, *programs.values()):
-                    file.close()
+                for connection in (listening, woken, wakes, client, *programs.values()):
+                    connection.close()
+                waiting.close()
                 os.close(ends)
                 _run(files, *asked)
     for pid in programs:

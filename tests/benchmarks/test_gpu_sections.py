@@ -18,6 +18,7 @@ from fake_tensorrt.install import install
 from gpu_sections import SECTIONS, Section, gpt_fast, llama, tensorrt, vllm
 from gpu_sections.bench import Bench, MissingPeerError
 from gpu_sections.kernel_cases import Case, error_of
+from warm_python import python
 
 pytest.importorskip("triton")
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -80,6 +81,7 @@ def test_dry_run(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
     monkeypatch.setattr(gpu, "ask_machine", lambda dry: machine)
+    monkeypatch.setattr(sys, "executable", python(TRITON_INTERPRET="1"))
     code, parts = dry_run(name, work, tmp_path / "out.json", "--gpt-fast", str(STAND_INS / "gpt_fast"))
     assert code == 0, parts
     cases, columns = EXPECTED[name]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+INTERPRETER = sys.executable
 IMPORTED = (
     "torch.distributed.run", "torch._dynamo", "transformers.models.llama.modeling_llama", "compress.cli", "compress.run.run",
     "compress.commands.apply", "compress.sweeps.trial",
@@ -51,32 +52,38 @@ os._exit(code)
 
 
 @cache
-def python() -> str:
-    """Path of the program; the server is started, and ends with this process."""
+def python(**environment: str) -> str:
+    """Path of the program; the server is started, and ends with this process. `environment`: variables that are set while the server
+    imports, as `TRITON_INTERPRET="1"`, which programs must be given too."""
     directory = tempfile.TemporaryDirectory(prefix="warm-python-")
     atexit.register(directory.cleanup)
     address = str(Path(directory.name) / "server")
     ends, held = os.pipe()  # closed by whatever ends this process
-    server = subprocess.Popen([sys.executable, __file__, address, str(ends)], pass_fds=(ends,), stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [INTERPRETER, __file__, address, str(ends)],
+        env=os.environ | environment,
+        pass_fds=(ends,),
+        stdout=subprocess.PIPE,
+    )
     os.close(ends)
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", "the server has not started"
     atexit.register(os.close, held)
     client = Path(directory.name) / "python"
-    client.write_text(CLIENT.format(python=sys.executable, address=address))
+    client.write_text(CLIENT.format(python=INTERPRETER, address=address))
     client.chmod(client.stat().st_mode | stat.S_IXUSR)
     return str(client)
 
 
 def launched(
-    processes: int, *arguments: object, timeout: float = 200, warm: bool = True
+    processes: int, *arguments: object, timeout: float = 200, warm: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A program of `arguments` in several processes of one thread, as torchrun starts them, which see no GPU."""
-    interpreter = python() if warm else sys.executable
+    interpreter = python(**environment) if warm else INTERPRETER
     command = [interpreter, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"PYTHON_EXEC": interpreter, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = {"PYTHON_EXEC": interpreter, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, *map(str, arguments)], env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        [*command, *map(str, arguments)], env=os.environ | own | environment, capture_output=True, text=True,
         timeout=timeout,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_python import python
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -23,7 +24,7 @@ def test_interpreted_kernels_equal_plain_torch() -> None:
     paths = os.pathsep.join([str(HERE), str(HERE.parents[3] / "benchmarks"), *filter(None, sys.path)])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     names = ["Qwen3", "Mistral, window", "Qwen3Moe, one dense layer"]
-    command = [sys.executable, str(HERE / "interpreted.py"), *names]
+    command = [python(TRITON_INTERPRET="1"), str(HERE / "interpreted.py"), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 36

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from cuda_models import build
 from random_models import UNLIMITED
+from warm_python import launched
 from weight_cases import int_scheme, write_checkpoint
 
 import runtime
@@ -115,10 +115,8 @@ def ranks(
     }
     (output / "asked.json").write_text(json.dumps({"generate": asked, "refuse": dense, "capture": dense}))
     paths = os.pathsep.join([str(HERE), str(HERE.parents[3] / "benchmarks"), *filter(None, sys.path)])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, str(HERE / "ranks_of_processes.py"), str(output / "asked.json"), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    arguments = [HERE / "ranks_of_processes.py", output / "asked.json", output]
+    done = launched(2, *arguments, TRITON_INTERPRET="1", PYTHONPATH=paths)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads((output / f"{rank}.json").read_text()) for rank in range(2)]
 

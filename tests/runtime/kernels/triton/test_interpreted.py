@@ -5,11 +5,11 @@ Triton decides at import whether it compiles or interprets, so the files of `int
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fresh_cache import fresh_cache
+from warm_python import python
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
     ["matvec", "matmul w8a8", "rounded block_float order", "linear codebooks", "experts sparse24 fused routing"],
 )
 def test_interpreted(names, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [python(TRITON_INTERPRET="1"), "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "COMPRESS_CACHE": str(fresh_cache(tmp_path / "cache"))}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(

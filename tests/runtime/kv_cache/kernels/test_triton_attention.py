@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_python import python
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -128,7 +128,7 @@ FLAGS = ("queries", "read", "capped", "bias", "visible", "one_share")
 @pytest.mark.slow
 def test_interpreted_kernels_equal_plain_torch() -> None:
     """Triton decides at import whether it compiles or interprets: a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [python(TRITON_INTERPRET="1"), "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(

@@ -159,6 +159,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(6, 1)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("llama", {}), ("gpt2", {}), ("gemma2", {}), ("mixtral", {}), ("opt", {})],

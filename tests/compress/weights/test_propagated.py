@@ -238,6 +238,7 @@ def lost(source: Path, output: Path, rows: torch.Tensor) -> float:
     return float((before - after).square().sum() / before.square().sum())
 
 
+@pytest.mark.sampled(4, 1)
 @pytest.mark.parametrize(
     "stages",
     [

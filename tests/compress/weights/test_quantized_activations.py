@@ -42,6 +42,7 @@ def test_presets_are_those_of_compressed_tensors(name: str) -> None:
     assert Scheme.from_config(PRESETS[name].to_config()) == PRESETS[name]
 
 
+@pytest.mark.sampled(5, 2)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("name", KINDS)
 def test_an_artifact_computes_here_what_it_computes_in_transformers(

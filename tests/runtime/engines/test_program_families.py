@@ -86,6 +86,7 @@ OWN_KERNELS = {
 }
 
 
+@pytest.mark.sampled(14, 4)
 @pytest.mark.parametrize("storage", OWN_KERNELS)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_tokens_of_models_of_other_representations(name: str, storage: str) -> None:

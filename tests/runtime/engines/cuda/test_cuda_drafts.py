@@ -47,6 +47,7 @@ def lean(**options: Any) -> Any:
 
 
 # ---------------------------------------------------------------- the engine
+@pytest.mark.sampled(13, 4)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("buckets", [(1, 2, 4, 8, 16, 32), (3,)])
 def test_tokens_of_a_chain_are_computed_as_if_alone(name: str, buckets: tuple[int, ...], truth: Truth) -> None:

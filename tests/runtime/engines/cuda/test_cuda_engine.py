@@ -39,6 +39,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.sampled(31, 9)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cuts", [[], [1], [16], [5, 6, 7, 30], list(range(1, 45))], ids=lambda c: f"{len(c)} cuts")
 def test_same_logits_as_transformers(name: str, cuts: list[int], truth: Truth) -> None:

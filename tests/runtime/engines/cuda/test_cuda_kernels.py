@@ -89,6 +89,7 @@ def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], 
     return lambda: rotary_store.rotate_and_store((q, k, v), weights, 1e-5, angles, rows, layer)
 
 
+@pytest.mark.sampled(17, 6)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("call", "registers"),

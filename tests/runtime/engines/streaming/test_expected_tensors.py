@@ -85,6 +85,7 @@ def test_tensors_that_do_not_fit_the_layers_are_never_used(
     assert len(makes) == 2
 
 
+@pytest.mark.sampled(16, 8)
 @pytest.mark.parametrize("name", ["llama", "k_quants", "lossless", "ternary", "trellis", "codebooks", "turned", "gpt2"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

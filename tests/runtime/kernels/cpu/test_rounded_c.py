@@ -120,6 +120,7 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     return weight.scheme.weights.dequantize(weight.values, weight.parameters, torch.float32).double()
 
 
+@pytest.mark.sampled(80, 20)
 @pytest.mark.parametrize(("weights", "activations"), PAIRS)
 def test_codes_are_those_of_the_reference(weights: str, activations: str) -> None:
     """An activation that is one code off differs by far more than sums in float32 may."""

@@ -41,6 +41,7 @@ def layer_of(shape: tuple[int, int], zeros: float, dtype: torch.dtype) -> tuple[
     return layer, FORM.dequantize(codes, parameters, ternary_scale_dtype(dtype)).contiguous()
 
 
+@pytest.mark.sampled(15, 6)
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_are_those_of_the_dense_weight(

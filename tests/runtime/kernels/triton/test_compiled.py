@@ -160,6 +160,7 @@ def test_tensor_cores_multiply_block_floats_under_their_scales(name, kind, choic
     assert all(f"kind::{kind}.block_scale" in each for each in found)
 
 
+@pytest.mark.sampled(17, 6)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("name", "loads"),

@@ -59,15 +59,15 @@ def python(**environment: str) -> str:
     atexit.register(directory.cleanup)
     address = str(Path(directory.name) / "server")
     ends, held = os.pipe()  # closed by whatever ends this process
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     server = subprocess.Popen(
-        [INTERPRETER, __file__, address, str(ends)],
-        env=os.environ | environment,
-        pass_fds=(ends,),
-        stdout=subprocess.PIPE,
-    )
+        [INTERPRETER, __file__, address, str(ends)], env=os.environ | environment | {"PYTHONPATH": paths},
+        pass_fds=(ends,), stdout=subprocess.PIPE,
+    )  # fmt: skip
     os.close(ends)
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", "the server has not started"
+    atexit.register(server.wait)
     atexit.register(os.close, held)
     client = Path(directory.name) / "python"
     client.write_text(CLIENT.format(python=INTERPRETER, address=address))
@@ -175,7 +175,7 @@ def _run(files: list[int], command: list[str], environment: dict[str, str], dire
         _start(arguments)
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except KeyboardInterrupt:
@@ -194,8 +194,9 @@ def _run(files: list[int], command: list[str], environment: dict[str, str], dire
 
 
 def _start(arguments: list[str]) -> None:
-    while arguments[0] in ("-u", "-X", "-W"):
-        arguments = arguments[1 if arguments[0] == "-u" else 2 :]
+    if arguments[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        arguments = arguments[1:]
     kind, *rest = arguments
     if kind == "-c":
         sys.argv = ["-c", *rest[1:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 import report_charts
 import torch
+import warm_python
 from byte_tokenizers import plain_byte_tokenizer
 from random_models import UNLIMITED, random_llama
 
@@ -34,6 +36,12 @@ def quick_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, report_charts.undrawn():
         patch.setattr(os, "fsync", os.fstat)  # which refuses the same descriptors
         yield
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that the project starts have imported torch and transformers before. See `warm_python` for what it is not for."""
+    monkeypatch.setattr(sys, "executable", warm_python.python())
 
 
 @pytest.fixture

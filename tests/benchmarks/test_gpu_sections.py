@@ -98,6 +98,7 @@ def test_every_section_has_a_dry_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_missing_peers_are_said_in_a_sentence_each(work: Path, tmp_path: Path, cache: Path) -> None:
     names, output = ["vllm", "gpt_fast", "tensorrt"], tmp_path / "out.json"
     assert (

@@ -14,6 +14,7 @@ from family_models import FAMILIES
 import runtime
 from compress.cli import main
 from compress.core.resources import bundled_recipes
+from compress.quantize.transforms import flatquant
 from compress.recipe import load, locate_model
 from runtime.checkpoint.artifact import Artifact
 
@@ -74,7 +75,8 @@ def applied(request, tmp_path_factory):
     quick = [*QUICK, *(f"stages.{key}" for key in SHORTER.get(request.param, ()))]
     options = [text for key in quick for text in ("--set", key)]
     out, errors = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(errors):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(flatquant, "STEPS", 40)
         code = main(["apply", request.param, "--output", str(output), "--json", "--device", "cpu", *options])
     assert code == 0, errors.getvalue()[-2000:]
     return request.param, output, json.loads(out.getvalue())

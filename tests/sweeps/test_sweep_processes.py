@@ -15,7 +15,6 @@ import pytest
 import yaml
 from random_models import UNLIMITED
 from sweep_runs import BITS, Here
-from warm_python import python
 
 from compress.sweeps.executors import launcher_variables, processes
 from compress.sweeps.executors.processes import ProcessExecutor
@@ -121,9 +120,8 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", python())
-
+@pytest.mark.usefixtures("warm")
+def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
     class Killing(ProcessExecutor):
         def start(self, number, job):
             super().start(number, job)
@@ -171,6 +169,7 @@ def test_threads_and_devices_are_shared(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch):
     told = {}
 
@@ -181,7 +180,6 @@ def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch)
             until(environment, "the environment of the process")
             told.update(environment())
 
-    monkeypatch.setattr(sys, "executable", python())
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("WORLD_SIZE", "1")

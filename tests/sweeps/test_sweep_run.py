@@ -326,6 +326,7 @@ def test_a_foreign_directory_is_left_alone(run, settings, tmp_path):
 
 # ------------------------------------------------------------------ speed
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monkeypatch, views):
     executor = Here(slots=3)
     measured = []
@@ -376,6 +377,7 @@ def test_why_the_speed_of_the_source_is_missing(run, settings, monkeypatch, caps
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_the_speed_of_a_tiny_model(run, settings, monkeypatch):
     monkeypatch.setattr(speeds, "of_source", lambda *_: {"decode_speed": 1.0})
     done = run(settings(vary={BITS: [4]}, speed={"prompt_tokens": 8, "new_tokens": 4, "repeat": 1, "threads": 1}))

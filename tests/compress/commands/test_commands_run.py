@@ -177,6 +177,7 @@ class TestGenerate:
 
 class TestBench:
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm")
     def test_json_with_reference(self, run_json, tiny_artifact, tiny_llama):
         options = ("--prompt-tokens", 8, "--new-tokens", 4, "--repeat", 1, "--device", "cpu", "--threads", 1)
         result = run_json("bench", tiny_artifact, *options, "--reference", tiny_llama())
@@ -190,6 +191,7 @@ class TestBench:
         assert result["reference"]["engine"] == "transformers"
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm")
     def test_what_does_not_fit_the_context(self, run, tiny_artifact):
         code, out, _ = run("bench", tiny_artifact, "--prompt-tokens", 200, "--json")
         assert code == 2

@@ -145,6 +145,7 @@ def test_an_apply_reports_layers_quality_and_sizes(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_recovery_reports_its_loss_and_a_sweep_its_trials(
     wandb: Library, make_checkpoint: Callable[..., Path], recipe: Any, text: Path, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ class TestCommands:
         assert message in capsys.readouterr().err
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm")
     def test_bench_says_what_steps_read(self, bundled, capsys):
         options = ["-p", "400", "-n", "4", "--repeat", "1", "--device", "cpu", "--threads", "1"]
         policy = '{"select": {"method": "tidal", "ratio": 0.25}}'

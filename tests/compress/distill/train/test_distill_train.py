@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from teachers import teacher_of
+from warm_python import python
 
 from compress.core.tracking import Tracking
 from compress.distill.draft.student import Student, overlaps
@@ -436,7 +437,7 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), json.dumps(options)],
+        [python(), "-c", script, str(tmp_path), json.dumps(options)],
         env=environment,
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import gpu_launches
+import warm_python
 
 import export
 import runtime
@@ -36,6 +38,14 @@ from runtime.kv_cache.policy.policy import Policy
 from runtime.system.self_hash import sealed_json
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_workers() -> Iterator[None]:
+    """Processes that compile have imported triton before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python.python())
+        yield
 
 
 @pytest.fixture(scope="module")

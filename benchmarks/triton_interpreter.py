@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -112,26 +113,31 @@ def repair() -> None:
             patch_language(function)
         return interpreter._LangPatchScope()  # of no changes, as these stay
 
-    # Types of blocks are made anew for every operation, most of them for the same few shapes, and NumPy's looked up.
-    known: dict[Any, dict[str, Any]] = {}
-    types: dict[str, Any] = {}
-    describe, numpy_type = tl.block_type.__init__, interpreter._get_np_dtype
+    # Triton builds a block type for every operation, nearly always one of a few: their attributes and NumPy's dtypes are kept.
+    attributes: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+    init, get_dtype = tl.block_type.__init__, interpreter._get_np_dtype
 
-    def looked_up(dtype: Any) -> Any:
-        if dtype.name not in types:
-            types[dtype.name] = numpy_type(dtype)
-        return types[dtype.name]
+    def np_dtype(dtype: Any) -> Any:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = get_dtype(dtype)
+        return dtypes[dtype.name]
 
-    def described(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (type(element_ty), element_ty.name, *tl.core._unwrap_shape(shape))
-        if key not in known:
-            describe(self, element_ty, shape)
-            known[key] = dict(vars(self))
-        vars(self).update(known[key], element_ty=element_ty)
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tl.core._unwrap_shape(shape)
+        if any(type(size) is not int for size in sizes):  # 16.0 equals 16, and is refused
+            init(self, element_ty, shape)
+            return
+        key = (type(element_ty), element_ty.name, *sizes)
+        if key not in attributes:
+            init(self, element_ty, shape)
+            attributes[key] = dict(vars(self))
+        vars(self).update(attributes[key], element_ty=element_ty)
 
-    tl.block_type.__init__, interpreter._get_np_dtype = described, looked_up
-    # Sums of integers are computed again in 64 bits, for an assertion that only kernels in debug mode hold.
-    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    tl.block_type.__init__, interpreter._get_np_dtype = init_block_type, np_dtype
+    # Overflow checks compute integers again in 64 bits, for an assertion that is off without debug mode.
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
     interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patch_once
     builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True

@@ -40,7 +40,7 @@ def quick_runs() -> Iterator[None]:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python programs that the project starts have imported torch and transformers before. See `warm_python` for what it is not for."""
+    """Processes that the project starts come from `warm_python`, whose docstring says when not to use it."""
     monkeypatch.setattr(sys, "executable", warm_python.python())
 
 

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 from fresh_cache import fresh_cache
+from warm_python import python
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # gpu, gpu_sections
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers, whose kernels are interpreted, come from `warm_python`."""
+    monkeypatch.setattr(sys, "executable", python(TRITON_INTERPRET="1"))
 
 
 @pytest.fixture

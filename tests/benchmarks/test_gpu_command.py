@@ -216,7 +216,7 @@ SOURCES = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_workers")
 def test_processes_that_fail_cost_their_section_alone(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,6 @@ from fake_tensorrt.install import install
 from gpu_sections import SECTIONS, Section, gpt_fast, llama, tensorrt, vllm
 from gpu_sections.bench import Bench, MissingPeerError
 from gpu_sections.kernel_cases import Case, error_of
-from warm_python import python
 
 pytest.importorskip("triton")
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -70,6 +69,7 @@ def dry_run(section: str, work: Path, output: Path, *more: str) -> tuple[int, di
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_dry_run(
     name: str,
@@ -81,7 +81,6 @@ def test_dry_run(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
     monkeypatch.setattr(gpu, "ask_machine", lambda dry: machine)
-    monkeypatch.setattr(sys, "executable", python(TRITON_INTERPRET="1"))
     code, parts = dry_run(name, work, tmp_path / "out.json", "--gpt-fast", str(STAND_INS / "gpt_fast"))
     assert code == 0, parts
     cases, columns = EXPECTED[name]
@@ -98,7 +97,7 @@ def test_every_section_has_a_dry_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_workers")
 def test_missing_peers_are_said_in_a_sentence_each(work: Path, tmp_path: Path, cache: Path) -> None:
     names, output = ["vllm", "gpt_fast", "tensorrt"], tmp_path / "out.json"
     assert (

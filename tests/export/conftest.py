@@ -55,20 +55,19 @@ def made(
 
 @pytest.fixture(scope="session")
 def few_launches() -> Callable[..., AbstractContextManager[None]]:
-    """`with few_launches():` exports to triton compile one launch of each kernel; with `count` of so many kernels, and with `of` all
-    launches of kernels whose names begin so."""
+    """`with few_launches():` exports to triton compile one launch of each kernel. `count`: only of the first so many kernels; `prefix`:
+    instead every launch of kernels with this prefix."""
     from export.triton_aot import plan
 
     every = plan.launches
 
     @contextmanager
-    def patched(count: int | None = None, of: str = "") -> Iterator[None]:
+    def patched(count: int | None = None, prefix: str = "") -> Iterator[None]:
         def few(*arguments: Any) -> plan.Launches:
             found = every(*arguments)
-            chosen = [each for each in found.variants if each.kernel.startswith(of)]
-            return replace(
-                found, variants=chosen if of else list({each.kernel: each for each in chosen}.values())[:count]
-            )
+            if prefix:
+                return replace(found, variants=[each for each in found.variants if each.kernel.startswith(prefix)])
+            return replace(found, variants=list({each.kernel: each for each in found.variants}.values())[:count])
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "launches", few)

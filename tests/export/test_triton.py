@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +19,6 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import gpu_launches
-import warm_python
 
 import export
 import runtime
@@ -38,14 +36,6 @@ from runtime.kv_cache.policy.policy import Policy
 from runtime.system.self_hash import sealed_json
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm_workers() -> Iterator[None]:
-    """Processes that compile have imported triton before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", warm_python.python())
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +251,7 @@ def test_what_was_not_run_on_a_gpu_is_said(
 
 # ---------------------------------------------------------------- compiling
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_architectures_and_errors(tmp_path: Path) -> None:
     """One small kernel for three GPUs in one process, and one that does not compile."""
     launch = gpu_launches.record(gpu_launches.hot_launches()["swiglu"][0])[0]
@@ -492,6 +483,7 @@ def test_it_is_listed(tiny_artifact: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_two_gpus(tiny_artifact: Path, tmp_path: Path, few_launches: Any) -> None:
     with few_launches(4):
         found = export.export(tiny_artifact, "triton", tmp_path / "both", gpus="90,100", configs="default", quiet=True)
@@ -502,12 +494,13 @@ def test_two_gpus(tiny_artifact: Path, tmp_path: Path, few_launches: Any) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_all_configurations(tiny_artifact: Path, tmp_path: Path, few_launches: Any) -> None:
     each, few = (
         plan.launches(Source(tiny_artifact), TritonOptions(configs=name), 100).variants for name in ("all", "default")
     )
     assert len(each) > 1.5 * len(few)
-    with few_launches(of="matvec"):
+    with few_launches(prefix="matvec"):
         found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="100", configs="all", quiet=True)
     assert set(found.facts["gpus"]) == {"sm_100"}
     kernels = index(found.path)

@@ -20,22 +20,25 @@ class Extension:
 
     Attributes:
         path: directory that `pip install --target` filled.
+        warm: processes are those of `warm_python`.
     """
 
     path: Path
+    warm: bool = True
 
     def python(self, code: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run `python -c code arguments...` where the package is installed; with `check` it must exit with 0."""
-        return self._run([python(), "-c", code, *map(str, arguments)], check)
+        return self._run(["-c", code, *map(str, arguments)], check)
 
     def compress(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the command line likewise."""
-        return self._run([python(), "-m", "compress", *map(str, arguments)], check)
+        return self._run(["-m", "compress", *map(str, arguments)], check)
 
     def _run(self, command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         seen = [str(self.path), str(HOME.parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in seen if path)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        interpreter = python() if self.warm else sys.executable
+        done = subprocess.run([interpreter, *command], env=environment, capture_output=True, text=True, timeout=240)
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 CODE = """
 from importlib.metadata import version
 import compress_extension
@@ -9,11 +13,17 @@ print(version("compress-extension"), compress_extension.__file__)
 """
 
 
-def test_processes_see_the_installed_package(extension) -> None:
-    version, file = extension.python(CODE).stdout.split()
+@pytest.fixture
+def fresh(extension):
+    """Processes that import all by themselves."""
+    return replace(extension, warm=False)
+
+
+def test_processes_see_the_installed_package(fresh) -> None:
+    version, file = fresh.python(CODE).stdout.split()
     assert version == "0.1.0"
-    assert file.startswith(str(extension.path)), "the copy that was installed, not the source"
+    assert file.startswith(str(fresh.path)), "the copy that was installed, not the source"
 
 
-def test_the_command_line_runs_beside_it(extension) -> None:
-    assert "apply" in extension.compress("--help").stdout
+def test_the_command_line_runs_beside_it(fresh) -> None:
+    assert "apply" in fresh.compress("--help").stdout

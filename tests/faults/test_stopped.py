@@ -42,10 +42,10 @@ sys.exit(main(sys.argv[1:]))
 DIE = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, interpreter: str = sys.executable) -> subprocess.Popen[str]:
     """A process that Ctrl-C stops, also where this one ignores it (under nohup, in a background job), which children inherit."""
     return subprocess.Popen(
-        [python(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [interpreter, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
@@ -57,7 +57,9 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_a_run_that_is_told_to_stop(tmp_path: Path, number: int, code: int, words: str) -> None:
     request, file = make_request(tmp_path, "compress"), tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(request), encoding="utf-8")
-    process = start("-c", APPLY, "apply", str(file), "--output", str(tmp_path / "out"), "--quiet")
+    interpreter = sys.executable if number == signal.SIGINT else python()
+    command = ["-c", APPLY, "apply", str(file), "--output", str(tmp_path / "out"), "--quiet"]
+    process = start(*command, interpreter=interpreter)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     process.send_signal(number)

@@ -169,7 +169,6 @@ def test_threads_and_devices_are_shared(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch):
     told = {}
 

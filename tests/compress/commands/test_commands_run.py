@@ -177,7 +177,6 @@ class TestGenerate:
 
 class TestBench:
     @pytest.mark.slow
-    @pytest.mark.usefixtures("warm")
     def test_json_with_reference(self, run_json, tiny_artifact, tiny_llama):
         options = ("--prompt-tokens", 8, "--new-tokens", 4, "--repeat", 1, "--device", "cpu", "--threads", 1)
         result = run_json("bench", tiny_artifact, *options, "--reference", tiny_llama())

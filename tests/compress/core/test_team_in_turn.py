@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from warm_python import launched
+from warm_python import torchrun
 
 from compress.core.processes import _chain
 
@@ -67,7 +67,7 @@ def both(tmp_path: Path, what: str) -> tuple[str, str]:
     """How the main process and the other one ended; they have a minute."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = launched(2, program, tmp_path, what, timeout=90)
+    done = torchrun(2, program, tmp_path, what, timeout=90)
     assert done.returncode == 0, done.stderr[-3000:]
     main, other = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     return main, other

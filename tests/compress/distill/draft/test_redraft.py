@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from draft_stages import RTN, draft, files
-from warm_python import launched
+from warm_python import torchrun
 
 import compress
 import runtime
@@ -160,7 +160,8 @@ def test_two_processes_make_the_draft_of_one(plain, recipe, tmp_path):
     stage = draft(data="teacher", quantize="none", vocabulary=100, teacher_top=4)
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, stage)))
     alone = compress.apply(file, output=tmp_path / "alone", device="cpu", quiet=True).manifest["draft"]
-    done = launched(2, "-m", "compress.cli", "draft", plain, file, "--device", "cpu", "--quiet", "--json")
+    command = ["-m", "compress.cli", "draft", plain, file, "--device", "cpu", "--quiet", "--json"]
+    done = torchrun(2, *command, warm=False)
     assert done.returncode == 0, done.stderr[-3000:]
     made = json.loads(done.stdout)["draft"]
     Artifact(plain).verify()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from warm_python import launched
+from warm_python import torchrun
 
 import compress
 from compress.distill.train import loop
@@ -119,7 +119,7 @@ def test_an_error_in_a_process_ends_the_recovery_in_both(
     stages = {"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": RECOVER}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(make_checkpoint(), *stages)))
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = launched(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path, what)
+    done = torchrun(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path, what)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ends
     assert not (tmp_path / "out" / "compress.json").exists()

@@ -16,7 +16,7 @@ from encoder_models import bert, save, t5
 from random_models import UNLIMITED
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama.modeling_llama import LlamaMLP
-from warm_python import launched
+from warm_python import torchrun
 
 import compress
 import runtime
@@ -421,7 +421,7 @@ def test_two_processes_learn_what_one_learns(make_checkpoint: Any, recipe: Any, 
     alone = compress.apply(request, output=tmp_path / "alone", device="cpu", quiet=True)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))
     (tmp_path / "program.py").write_text(SHARED)
-    done = launched(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path / "both", warm=False)
+    done = torchrun(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path / "both", warm=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(str(tmp_path / "both")) == 2, "each process has the artifact"
     manifest = json.loads((tmp_path / "both/compress.json").read_text())
@@ -441,7 +441,7 @@ def test_a_run_that_fails_in_one_process_ends_in_all(make_checkpoint: Any, recip
     (tmp_path / "program.py").write_text(SHARED)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("not yours")
-    done = launched(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path / "out")
+    done = torchrun(2, tmp_path / "program.py", tmp_path / "recipe.yaml", tmp_path / "out")
     assert done.returncode != 0
     assert "already holds mine.txt" in done.stderr
     assert "failed in the main process" in done.stderr or "SIGTERM" in done.stderr

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_models import build
 from random_models import UNLIMITED
-from warm_python import launched
+from warm_python import torchrun
 from weight_cases import int_scheme, write_checkpoint
 
 import runtime
@@ -116,7 +116,7 @@ def ranks(
     (output / "asked.json").write_text(json.dumps({"generate": asked, "refuse": dense, "capture": dense}))
     paths = os.pathsep.join([str(HERE), str(HERE.parents[3] / "benchmarks"), *filter(None, sys.path)])
     arguments = [HERE / "ranks_of_processes.py", output / "asked.json", output]
-    done = launched(2, *arguments, TRITON_INTERPRET="1", PYTHONPATH=paths)
+    done = torchrun(2, *arguments, interpret=True, PYTHONPATH=paths)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads((output / f"{rank}.json").read_text()) for rank in range(2)]
 

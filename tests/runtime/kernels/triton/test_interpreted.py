@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "names",
-    ["matvec", "matmul w8a8", "rounded block_float order", "linear codebooks", "experts sparse24 fused routing"],
+    ["matvec", "matmul w8a8", "rounded block_float order", "linear", "codebooks", "experts sparse24 fused routing"],
 )
 def test_interpreted(names, tmp_path):
     command = [python(TRITON_INTERPRET="1"), "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -111,7 +111,7 @@ def bundled() -> Path:
 
 
 #: Files, and folders of them, whose fixtures take a minute: all tests of such a file run in one process.
-WHOLE_FILES = ("tests/recipes/", "tests/export/test_triton.py")
+WHOLE_FILES = ("tests/recipes/", "tests/export/test_triton.py", "tests/runtime/kernels/cpu/test_sanitizers.py")
 
 
 @pytest.hookimpl(optionalhook=True)

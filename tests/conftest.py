@@ -110,18 +110,21 @@ def bundled() -> Path:
     return recipes_directory() / "checkpoints" / "stdlib-4m"
 
 
-#: Files, and folders of them, whose fixtures take a minute: all tests of such a file run in one process.
-WHOLE_FILES = ("tests/recipes/", "tests/export/test_triton.py", "tests/runtime/kernels/cpu/test_sanitizers.py")
+#: Files, and folders, whose fixtures take long: all tests of one run in one process.
+TOGETHER = (
+    "tests/recipes/", "tests/extension/", "tests/export/test_triton.py", "tests/export/test_onnx_runtime.py",
+    "tests/runtime/drafting/test_drafters_heads.py", "tests/runtime/kernels/cpu/test_sanitizers.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go to the process that is free, one by one, and those of `WHOLE_FILES` a file at a time."""
+    """Tests go to the process that is free, one by one, and those of an entry of `TOGETHER` in one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if nodeid.startswith(WHOLE_FILES) else nodeid
+            return next((place for place in TOGETHER if nodeid.startswith(place)), nodeid)
 
     return Scheduler(config, log)
 

@@ -76,7 +76,7 @@ def applied(request, tmp_path_factory):
     options = [text for key in quick for text in ("--set", key)]
     out, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
-        patch.setattr(flatquant, "STEPS", 40)
+        patch.setattr(flatquant, "STEPS", 40)  # which no field of a recipe sets
         code = main(["apply", request.param, "--output", str(output), "--json", "--device", "cpu", *options])
     assert code == 0, errors.getvalue()[-2000:]
     return request.param, output, json.loads(out.getvalue())

@@ -244,7 +244,9 @@ def test_candidates_are_measured_without_what_quality_best_sets(
     assert not any(method.endswith(" output") for method in schemes(found["fast"]).values())
 
 
-@pytest.mark.parametrize(("where", "spill"), [("before the choice", True), ("after it", False)])
+@pytest.mark.sampled(2, 1)
+@pytest.mark.parametrize("where", ["before the choice", "after it"])
+@pytest.mark.parametrize("spill", [False, True])
 def test_an_interrupted_run_ends_with_the_same_bytes(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spill: bool, where: str
 ) -> None:

@@ -48,8 +48,8 @@ def as_bytes(tensor):
 @pytest.mark.parametrize("name", formats.names())
 def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
     storage, stored = formats.get(name), 0
-    for index, (grid, shape) in enumerate(itertools.product([*GRIDS, None], SHAPES)):
-        scheme, dtype = Scheme(grid, None, sparsity), (torch.bfloat16, torch.float32)[index % 2]
+    for grid, shape, dtype in itertools.product([*GRIDS, None], SHAPES, (torch.bfloat16, torch.float32)):
+        scheme = Scheme(grid, None, sparsity)
         if (grid is None and sparsity is None) or not fits_shape(sparsity, shape) or storage.why_not(scheme, shape):
             continue
         weight = random_weight(scheme, shape, dtype, seed=stored)
